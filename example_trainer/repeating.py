@@ -24,7 +24,7 @@ from atroposlib.utils.command_parser import (
     CommandParser,
     end_command,
     exit_code_of,
-    reader_may_leave,
+    print_output,
 )
 from example_trainer.api import RECORD_DIRECTORY, read_batch
 from example_trainer.config import TrainingConfig
@@ -279,16 +279,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             output,
             device=arguments.device,
             num_steps=arguments.steps,
-            report=_print,
+            report=print_output,
         )
     except AtroposError as error:
         end_command(_COMMAND, error, code=exit_code_of(error))
-    _print(f"{steps} steps repeated; the weights are equal after each of them")
-
-
-def _print(text: str) -> None:
-    with reader_may_leave():
-        print(text)
+    print_output(f"{steps} steps repeated; the weights are equal after each of them")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class GroupQueue:
         batch_size: int,
         minimums: Mapping[int, float] | None = None,
         *,
-        allows_short: bool = False,
+        short_batches: bool = False,
     ) -> list[QueuedGroup] | None:
         """Choose the next batch without removing it.
 
@@ -208,21 +208,21 @@ class GroupQueue:
             batch_size: sequences of the batch, at least 1.
             minimums: environment → guaranteed share of the batch; a mapping that is passed again
                 must be unchanged.
-            allows_short: whether the oldest groups that fit are chosen if sizes do not add up.
+            short_batches: whether the oldest groups that fit are chosen if sizes do not add up.
 
         Returns:
-            Groups with exactly `batch_size` sequences, or at most with `allows_short`, in order of
+            Groups with exactly `batch_size` sequences, or at most with `short_batches`, in order of
             delivery, or None.
         """
         if self.num_sequences < batch_size:
             return None
         if not minimums:
             positions = self._plan_packs(batch_size) or self._plan_combination(batch_size)
-            if not positions and allows_short:
+            if not positions and short_batches:
                 positions = self._plan_short(batch_size, {})
             return self._at(positions) if positions else None
         planned = self._plan_shares(batch_size, minimums)
-        if planned is None and allows_short and self._has_misfits(batch_size):
+        if planned is None and short_batches and self._has_misfits(batch_size):
             positions = self._plan_short(batch_size, minimums)
             return self._at(positions) if positions else None
         return planned
@@ -247,7 +247,7 @@ class GroupQueue:
         batch_size: int,
         minimums: Mapping[int, float] | None = None,
         *,
-        allows_short: bool = False,
+        short_batches: bool = False,
     ) -> list[QueuedGroup] | None:
         """Choose the batch that the shortest part of the queue, from its oldest group, can form.
 
@@ -256,7 +256,7 @@ class GroupQueue:
         first = GroupQueue()
         for group in self if self.num_sequences >= batch_size else ():
             first.append(group)
-            planned = first.plan_batch(batch_size, minimums, allows_short=allows_short)
+            planned = first.plan_batch(batch_size, minimums, short_batches=short_batches)
             if planned is not None:
                 return planned
         return None
@@ -480,8 +480,9 @@ def oldest_that_fit(
 ) -> list[int] | None:
     """Choose the oldest groups that together hold at most `batch_size` sequences.
 
-    Owners with a guaranteed share come first; groups that do not fit are passed over. The oldest
-    group of the first of them, or of the queue, is always chosen, so that none waits for ever.
+    The oldest one that fits is always chosen, so that no group waits for ever. Then each owner with
+    a guaranteed share gets it, and the rest is filled oldest first. Groups that exceed the room
+    left are passed over.
 
     Args:
         groups: (size, owner), oldest first.
@@ -492,28 +493,39 @@ def oldest_that_fit(
         Positions in order of delivery; None if an owner has too few sequences for its share, or
         no group fits.
     """
+    fitting: dict[int | None, list[int]] = defaultdict(list)
     held: Counter[int | None] = Counter()
-    smallest: dict[int | None, int] = {}
-    for size, owner in groups:
-        held[owner] += size
-        smallest[owner] = min(size, smallest.get(owner, size))
+    for position, (size, owner) in enumerate(groups):
+        if size <= batch_size:
+            fitting[owner].append(position)
+            held[owner] += size
     needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
-    if any(held[owner] < need for owner, need in needs.items()):
+    if not fitting or any(held[owner] < need for owner, need in needs.items()):
         return None
+    smallest = {owner: min(groups[p][0] for p in of_owner) for owner, of_owner in fitting.items()}
+    shares: Counter[int | None] = Counter(scaled_needs(minimums, smallest, batch_size))
     taken: dict[int, None] = {}  # an ordered set
     room = batch_size
-    for owner, need in scaled_needs(minimums, smallest, batch_size).items():
-        rest = need
-        for position, (size, sender) in enumerate(groups):
-            if rest > 0 and sender == owner and size <= room:
-                taken[position] = None
-                rest -= size
-                room -= size
-    for position, (size, _) in enumerate(groups):
+
+    def take(position: int) -> None:
+        nonlocal room
+        size, owner = groups[position]
         if position not in taken and size <= room:
             taken[position] = None
+            shares[owner] -= size
             room -= size
-    return list(taken) or None
+
+    take(min(of_owner[0] for of_owner in fitting.values()))
+    for owner in list(shares):
+        for position in fitting[owner]:
+            if shares[owner] <= 0:
+                break
+            take(position)
+    for position in range(len(groups)):
+        if not room:
+            break
+        take(position)
+    return list(taken)
 
 
 def _num_packable(

@@ -50,21 +50,21 @@ def find_stalls(
     *,
     batch_size: int,
     patience: Patience | None = None,
-    allows_short: bool = False,
+    short_batches: bool = False,
 ) -> list[Stall]:
     """Find every reason for which groups are not delivered.
 
     Shares and sizes are checked only once the queue holds enough sequences for a batch. Without
-    `patience`, reasons that depend on time are skipped. With `allows_short`, any sizes are
+    `patience`, reasons that depend on time are skipped. With `short_batches`, any sizes are
     delivered.
     """
     found = list(_oversized(queue, batch_size))
-    if not allows_short:
+    if not short_batches:
         found += _unpackable(queue)
     if 0 < batch_size <= queue.num_sequences and not (
-        allows_short and queue.plan_batch(batch_size, envs.minimums, allows_short=True)
+        short_batches and queue.plan_batch(batch_size, envs.minimums, short_batches=True)
     ):
-        needs_packs = not (allows_short and queue.unpackable_sequences)
+        needs_packs = not (short_batches and queue.unpackable_sequences)
         unfilled = list(_unfilled_shares(queue, envs, batch_size, needs_packs=needs_packs))
         found += unfilled or _unreachable(queue, envs, batch_size)
     if patience is not None:
@@ -197,7 +197,7 @@ class StallWatch:
             state.envs,
             batch_size=state.batch_size,
             patience=patience,
-            allows_short=state.allows_short_batches,
+            short_batches=state.short_batches,
         )
 
     def report(self) -> None:

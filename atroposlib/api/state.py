@@ -526,7 +526,7 @@ class RunState:
         return self.registration.batch_size if self.registration else 0
 
     @property
-    def allows_short_batches(self) -> bool:
+    def short_batches(self) -> bool:
         """Whether the trainer accepts fewer sequences where sizes do not add up to a batch."""
         return self.registration is not None and self.registration.short_batches
 
@@ -553,7 +553,7 @@ class RunState:
         if self.consumer is not None:
             return self.queue.plan_oldest(self.batch_size)
         plan = self.queue.plan_in_order if self.tickets.is_used else self.queue.plan_batch
-        return plan(self.batch_size, self.envs.minimums, allows_short=self.allows_short_batches)
+        return plan(self.batch_size, self.envs.minimums, short_batches=self.short_batches)
 
     @property
     def past(self) -> PastGroups:

@@ -23,7 +23,7 @@ from atroposlib.utils.command_parser import (
     host_name,
     integer_between,
     prepare_command,
-    reader_may_leave,
+    print_output,
 )
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.model_paths import use_cache_without_hub
@@ -102,7 +102,7 @@ def _view(prog: str, args: argparse.Namespace, start_page: str) -> None:
     except (ConfigError, MissingExtraError, OSError) as error:
         end_command(prog, error, code=exit_code_of(error))
     except KeyboardInterrupt:
-        _print("")
+        print_output("")
     finally:
         viewer.close()
 
@@ -159,17 +159,12 @@ def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str)
         share=args.share,
         allowed_hosts=args.allowed_hosts,
     )
-    _print(f"{viewer.source.title} at {url} (Ctrl-C stops it)\n{KEYS}")
+    print_output(f"{viewer.source.title} at {url} (Ctrl-C stops it)\n{KEYS}")
     api_url = None if args.file or args.run else args.api_url
     threading.Thread(
         target=_warn, args=(prog, viewer, api_url), name="start-warnings", daemon=True
     ).start()
     app.block_thread()
-
-
-def _print(text: str) -> None:
-    with reader_may_leave():
-        print(text)
 
 
 def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
@@ -261,7 +256,7 @@ def _source(prog: str, args: argparse.Namespace) -> GroupSource:
     consumer = Consumer(
         args.api_url,
         consumer_registration(prog, group_size=args.group_size, max_token_len=0),
-        _print,
+        print_output,
         takes=False,
         timeout_s=_SERVICE_WAIT_S,
         retry=RetryRule(attempts=1),

@@ -69,7 +69,7 @@ from atroposlib.errors import (
     TrajectoryApiError,
 )
 from atroposlib.utils.cli import UsageError, refused_values
-from atroposlib.utils.command_parser import exit_code_of, prepare_command, reader_may_leave
+from atroposlib.utils.command_parser import exit_code_of, prepare_command, print_output
 from atroposlib.utils.text import InertFormatter, inert_line, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
@@ -313,7 +313,8 @@ class ServeCommand(ViewedCommand):
             **shown_settings(settings, only_changed=True),
             **self.shown_extra(extra, only_changed=True),
         }
-        _print(f"# settings that differ from the defaults of the library\n{_yaml_text(changed)}")
+        heading = "# settings that differ from the defaults of the library"
+        print_output(f"{heading}\n{_yaml_text(changed)}", end="")
         run_foreground(run_viewed(env, env.env_manager, quiet=self.quiet))
 
 
@@ -615,14 +616,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     sys.exit(0)
 
 
-def _print(text: str) -> None:
-    with reader_may_leave():
-        sys.stdout.write(text)
-
-
 def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
     if words and _is_help(words[0]):
-        _print(_overview(env_cls, program, is_full=_wants_all(words)))
+        print_output(_overview(env_cls, program, is_full=_wants_all(words)), end="")
         return
     if not words or words[0].startswith("-"):
         usage = f"usage: {program} {{{','.join(COMMANDS)}}} [--name value ...]"
@@ -636,7 +632,7 @@ def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
     if any(map(_is_help, flag_words)):
         intro = (command_class.__doc__ or "").strip()
         usage = f"{program} {name} [--name value ...]"
-        _print(_help(flags, usage, intro, is_full=_wants_all(flag_words)))
+        print_output(_help(flags, usage, intro, is_full=_wants_all(flag_words)), end="")
         return
     command = read_command(command_class, flag_words)
     _show_progress_messages()

@@ -29,6 +29,7 @@ __all__ = [
     "integer_between",
     "number_between",
     "prepare_command",
+    "print_output",
     "reader_may_leave",
 ]
 
@@ -59,6 +60,12 @@ def reader_may_leave() -> Iterator[None]:
             sys.stdout.flush()
     except BrokenPipeError:  # the interpreter must not flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_output(text: str, *, end: str = "\n") -> None:
+    """Print a text on standard output, whose reader may have left; see `reader_may_leave`."""
+    with reader_may_leave():
+        sys.stdout.write(text + end)
 
 
 def prepare_command() -> None:

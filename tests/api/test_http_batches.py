@@ -59,7 +59,7 @@ def test_registering_again_may_leave_out_that_short_batches_are_accepted() -> No
     service = Service()
     service.register(batch_size=4, short_batches=True)
 
-    assert service.register(batch_size=4) is not None
+    assert service.register(batch_size=4).status_code == 200
     service.post("/scored_data", json=make_group(3))
     service.post("/scored_data", json=make_group(3))
     assert service.get("/batch").json()["batch"] is not None

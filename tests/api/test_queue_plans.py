@@ -50,16 +50,18 @@ def test_short_batches_leave_no_group_waiting_for_ever(groups, batch_size, minim
         queue.append(entry(group_id, size, env_id))
     exact = queue.plan_batch(batch_size, minimums)
 
-    planned = queue.plan_batch(batch_size, minimums, allows_short=True)
+    planned = queue.plan_batch(batch_size, minimums, short_batches=True)
 
     if exact is not None:
         assert planned == exact
     elif planned is not None:
         assert 0 < sum(group.num_sequences for group in planned) <= batch_size
         assert len(set(ids(planned))) == len(planned)
-    if exact is None and not minimums and queue.num_sequences >= batch_size:
-        fitting = [group for group in queue if group.num_sequences <= batch_size]
-        assert (planned or [None])[0] == (fitting or [None])[0]
+    fitting = [group for group in queue if group.num_sequences <= batch_size]
+    if exact is None and planned is not None:
+        assert planned[0] == fitting[0]
+    if not minimums and queue.num_sequences >= batch_size:
+        assert (planned is None) == (not fitting)
 
 
 def expected_plan(

@@ -129,19 +129,19 @@ def test_oldest_groups_within_a_batch(queued, batch_size, expected):
     ],
 )
 def test_short_batches_take_the_oldest_groups_that_fit(queued, batch_size, expected):
-    assert ids(sizes(*queued).plan_batch(batch_size, allows_short=True)) == expected
+    assert ids(sizes(*queued).plan_batch(batch_size, short_batches=True)) == expected
 
 
 def test_short_batches_in_order_do_not_depend_on_later_groups():
-    assert ids(sizes(5, 7, 3, 5).plan_in_order(8, allows_short=True)) == [0]
-    assert ids(sizes(5, 7).plan_in_order(8, allows_short=True)) == [0]
+    assert ids(sizes(5, 7, 3, 5).plan_in_order(8, short_batches=True)) == [0]
+    assert ids(sizes(5, 7).plan_in_order(8, short_batches=True)) == [0]
 
 
 @pytest.mark.parametrize(
     ("queued", "expected"),
     [
-        (((3, 0), (3, 1), (3, 0), (3, 1)), [1, 3]),  # the half of 1 takes two of its groups
-        (((3, 0), (3, 0), (2, 1), (3, 1)), [2, 3, 0]),
+        (((3, 1), (3, 0), (3, 1), (3, 0)), [0, 2]),  # the half of 1 takes two of its groups
+        (((3, 0), (3, 0), (2, 1), (3, 1)), [0, 2, 3]),  # the oldest is always taken
         (((3, 0), (3, 0), (3, 0)), None),  # 1 has nothing for its half
         (((3, 0), (3, 0), (3, 1)), None),  # 1 has less than its half
         (((4, 0), (4, 0), (2, 1)), None),  # all sizes pack: 1 is waited for
@@ -150,7 +150,7 @@ def test_short_batches_in_order_do_not_depend_on_later_groups():
 def test_short_batches_keep_guaranteed_shares(queued, expected):
     queue = queue_of(*(entry(i, size, env_id) for i, (size, env_id) in enumerate(queued)))
 
-    assert ids(queue.plan_batch(8, {1: 0.5}, allows_short=True)) == expected
+    assert ids(queue.plan_batch(8, {1: 0.5}, short_batches=True)) == expected
 
 
 def test_plan_in_order_takes_the_batch_that_formed_first():

@@ -50,7 +50,7 @@ def envs_of(*minimums: float | None, group_size: int | None = None) -> EnvRegist
     ],
 )
 def test_sizes_are_no_stall_if_short_batches_are_accepted(specs, minimums, expected) -> None:
-    found = find_stalls(queue_of(*specs), envs_of(*minimums), batch_size=8, allows_short=True)
+    found = find_stalls(queue_of(*specs), envs_of(*minimums), batch_size=8, short_batches=True)
 
     assert kinds(found) == expected
 

@@ -26,14 +26,13 @@ from transformers import AutoModelForCausalLM
 from example_trainer.config import TrainingConfig
 from example_trainer.repeating import RecordedRun, repeat
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-STEPS = 30
-KILLS = ((4, "torch_engine"), (8, "run_api"), (12, "talk.py"), (16, "example_trainer.grpo"))
+STEPS = 20
+KILLS = ((3, "torch_engine"), (6, "run_api"), (9, "talk.py"), (12, "example_trainer.grpo"))
 """Steps, and a word of the command line of the process that is killed after them."""
 TOLERANCE = 1e-4
 POLL_S = 0.2
-PATIENCE_S = 600
 
 DIGITS = """
 import itertools, string
@@ -142,9 +141,7 @@ def run_with_kills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )  # fmt: skip
     try:
         kills = list(KILLS)
-        deadline = time.monotonic() + PATIENCE_S
         while supervisor.poll() is None:
-            assert time.monotonic() < deadline, (folder / "log").read_text()
             if kills and steps_of(folder) >= kills[0][0]:
                 kill(supervisor, kills.pop(0)[1])
             time.sleep(POLL_S)
@@ -153,6 +150,13 @@ def run_with_kills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     finally:
         supervisor.terminate()
         supervisor.wait()
+
+
+@pytest.fixture
+def _threads_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def versions_of(group: dict[str, Any], i: int, positions: list[int]) -> list[int | None]:
@@ -164,6 +168,7 @@ def versions_of(group: dict[str, Any], i: int, positions: list[int]) -> list[int
     return [by_token[position] for position in positions]
 
 
+@pytest.mark.usefixtures("_threads_restored")
 def test_each_token_has_the_logprob_of_the_weights_that_its_label_names(
     run_with_kills: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +188,7 @@ def test_each_token_has_the_logprob_of_the_weights_that_its_label_names(
         folder = repeated / f"step_{version}" if version else Path("model")
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
+    torch.set_num_threads(1)  # the model is tiny
     run = RecordedRun(recorded)
     groups = [group for step in range(1, STEPS + 1) for group in run.batch_of(step).groups]
     wrong, seen = [], set()
@@ -201,4 +207,4 @@ def test_each_token_has_the_logprob_of_the_weights_that_its_label_names(
             seen.update(versions)
 
     assert not wrong, json.dumps(wrong[:20])
-    assert len(seen) > STEPS / 10  # few groups are older than three steps
+    assert len(seen) > STEPS / 10  # groups are at most about six steps old

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -574,10 +574,9 @@ def test_process_of_an_environment_with_a_property_as_name_has_the_default_file(
 
 
 @pytest.mark.parametrize("line", ["--help", "serve --help all"])
-def test_help_may_be_read_in_part(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)  # as `| head -1` does once it has its line
-    with os.fdopen(writer, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
+def test_help_may_be_read_in_part(
+    line: str, monkeypatch: pytest.MonkeyPatch, leave_reader: Callable[[], None]
+) -> None:
+    leave_reader()
 
-        assert call(stand_in(), line, monkeypatch) == 0
+    assert call(stand_in(), line, monkeypatch) == 0

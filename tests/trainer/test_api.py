@@ -122,6 +122,14 @@ def test_first_registration_replaces_the_run_where_asked_and_later_ones_do_not(t
     assert "replace" not in plain._client.registrations[0]
 
 
+def test_registration_accepts_batches_of_fewer_sequences(tmp_path):
+    feed, _ = make_feed(ScriptedClient(BATCH), tmp_path)
+
+    feed.register(0)
+
+    assert feed._client.registrations[0]["short_batches"] is True
+
+
 def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
     feed, clock = make_feed(ScriptedClient(*[None] * 7, BATCH), tmp_path)
 
